@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from linen_zoo import numbers
 
 import jaxmp
 from jaxmp.losses import cross_entropy, projected_cross_entropy
@@ -59,15 +57,6 @@ def equations(jaxpr):
                 yield from equations(getattr(param, "jaxpr", param))
 
 
-@pytest.mark.once
-def test_the_loss_can_be_used_twice_and_be_part_of_another():
-    def larger(loss, x, weights):
-        return loss(x, weights) ** 2 + 3 * loss(2 * x, weights)
-
-    totals = [functools.partial(larger, fun) for fun in (fused, naive)]
-    assert_close(*all_of([jax.value_and_grad(fun, (0, 1)) for fun in totals], X, WEIGHTS))
-
-
 @pytest.mark.parametrize("loss", [stored, fused])
 def test_the_gradient_has_a_gradient(loss):
     def penalty(loss, x, weights):
@@ -75,14 +64,6 @@ def test_the_gradient_has_a_gradient(loss):
 
     penalties = [functools.partial(penalty, fun) for fun in (loss, naive)]
     assert_close(*all_of([jax.grad(fun, (0, 1)) for fun in penalties], X, WEIGHTS))
-
-
-@pytest.mark.once
-def test_a_hessian_times_a_vector_is_a_derivative_of_the_gradient():
-    def product(loss, x, tangent):
-        return jax.jvp(lambda x: jax.grad(loss)(x, WEIGHTS), (x,), (tangent,))[1]
-
-    assert_close(*all_of([functools.partial(product, fun) for fun in (fused, naive)], X, 1 - X))
 
 
 @pytest.mark.parametrize("loss", [stored, fused])
@@ -172,16 +153,6 @@ def test_the_fused_loss_under_autocast_multiplies_half_and_sums_in_float32():
 
 
 @pytest.mark.once
-def test_the_fused_loss_respects_a_float32_region():
-    def run(layer, weights):
-        with jaxmp.precision("float32"):
-            return fused(hidden(X, layer), weights)
-
-    got, want = all_of([jaxmp.autocast(run, "mixed_bfloat16"), of_float32(fused)], LAYER, WEIGHTS)
-    np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
-@pytest.mark.once
 def test_cross_entropy_under_autocast_keeps_the_half_logits():
     autocast = jaxmp.autocast(of_float32(stored), "mixed_bfloat16")
     residuals = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(autocast, *args)[1], LAYER, WEIGHTS))
@@ -189,23 +160,6 @@ def test_cross_entropy_under_autocast_keeps_the_half_logits():
     assert logits == ["bfloat16"]
     gradients = [jax.value_and_grad(fun) for fun in (autocast, of_float32(stored))]
     assert_close(*all_of(gradients, LAYER, WEIGHTS), tolerance=2e-2)
-
-
-class Model(nn.Module):
-    @nn.compact
-    def __call__(self, labels):
-        embed = nn.Embed(CLASSES, DIM, embedding_init=nn.initializers.normal(1.0))
-        x = nn.Dense(DIM)(embed(labels))
-        return projected_cross_entropy(x, embed.embedding, labels, chunks=2)
-
-
-@pytest.mark.once
-def test_the_fused_loss_with_tied_embeddings_works_under_a_policy():
-    labels, model = jnp.arange(CLASSES), jaxmp.linen.apply_policy(Model(), "mixed_float16")
-    params = numbers(jax.eval_shape(Model().init, jax.random.key(0), labels))
-    got, want = all_of([jax.value_and_grad(under.apply) for under in (model, Model())], params, labels)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(got)} == {"float32"}
-    assert_close(got, want, tolerance=3e-3)
 
 
 # ---- several devices

@@ -160,23 +160,6 @@ def test_a_restored_loss_scale_stays_within_the_bounds_of_the_new_run(saved, new
     dataclasses.replace(after)  # the constructor accepts it
 
 
-@dataclasses.dataclass(frozen=True)
-class Named(jaxmp.LossScale):
-    """A user's loss scale that contains a text and a bool."""
-
-    loss_scale: float
-    name: str
-    on: bool = True
-
-    static_fields = ("name", "on")
-
-
-def test_a_users_loss_scale_with_a_text_continues(tmp_path, capsys):
-    state, _ = linen_run(scale=Named(2.0**9, "first"))
-    new, _ = restored(tmp_path, state, linen_run(scale=Named(2.0, "second"))[0], capsys)
-    assert new.loss_scale == 2.0**9 and jaxmp.get_loss_scale(new.opt_state).name == "second"
-
-
 def test_a_loss_scale_of_another_class_starts_fresh_and_so_does_the_count_of_skips_in_a_row(trained, tmp_path, capsys):
     like, _ = linen_run(scale=jaxmp.HeadroomLossScale(loss_scale=2.0**5))
     saved = with_counters(trained, consecutive_skipped=9, skipped_steps=11)
@@ -341,32 +324,6 @@ def test_an_nnx_model_is_restored_under_another_policy_and_loss_scale(tmp_path, 
     for text in ("params float32 -> bfloat16 (6 arrays)", "NoOpLossScale starts fresh", "moving average is dropped"):
         assert text in line
     jaxmp.nnx.make_train_step(nnx_loss)(other, other_optimizer, BATCH)
-
-
-def test_an_nnx_run_that_is_saved_between_two_microbatches_continues_bit_for_bit(tmp_path):
-    step = jaxmp.nnx.make_train_step(nnx_loss)
-
-    def fresh():
-        model, _ = nnx_run(ema=False)
-        tx = optax.MultiSteps(optax.adam(1e-2), every_k_schedule=4)
-        return model, jaxmp.nnx.Optimizer(model, tx, loss_scale=jaxmp.DynamicLossScale(2.0**8, period=2))
-
-    def numbers(run):
-        model, optimizer = run
-        return bits((nnx.as_pure(nnx.state(model, nnx.Param)), nnx.as_pure(nnx.state(optimizer))))
-
-    whole, run = fresh(), fresh()
-    for n in range(10):
-        step(*whole, BATCH)
-        if n < 6:  # an update and two microbatches
-            step(*run, BATCH)
-    checkpoint.save(tmp_path, run)
-    checkpoint.wait()
-    run = fresh()
-    checkpoint.restore(tmp_path, run)
-    for _ in range(4):
-        step(*run, BATCH)
-    assert numbers(run) == numbers(whole)
 
 
 def test_another_model_or_optimizer_is_refused_with_the_first_path(tmp_path):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import concrete
@@ -269,29 +268,6 @@ def fail_to_complete(monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(ocp.path.atomicity.AtomicRenameTemporaryPath, "finalize", fail)
-
-
-def test_threads_may_save_at_the_same_time(tmp_path):
-    errors = []
-
-    def save_twice(thread):
-        try:
-            for step in (1, 2):
-                checkpoint.save(tmp_path / str(thread), {"w": jnp.full(200_000, thread)}, step=step)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=save_twice, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    checkpoint.wait()
-    assert errors == []
-    for number in range(4):
-        assert checkpoint.list_steps(tmp_path / str(number)) == [1, 2]
-        restored = checkpoint.restore(tmp_path / str(number), {"w": concrete.zeros(200_000, jnp.int32)})
-        assert (restored["w"] == number).all()
 
 
 def test_the_error_of_a_write_in_the_background_is_raised_by_a_later_call(tmp_path, monkeypatch):

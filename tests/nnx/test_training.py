@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from typing import Any
 
 import concrete
@@ -167,19 +166,6 @@ def test_the_moving_average_is_float32_and_steps_do_not_delete_the_model_with_it
 
 
 @pytest.mark.once
-def test_later_steps_do_not_delete_the_averages_and_statistics_of_an_average_model():
-    """Train under float32 params, whose averages need no cast that would copy them."""
-    model, optimizer = setup(NNXNet(), "mixed_bfloat16", jaxmp.NoOpLossScale(), SGD, ema=True)
-    step = make_train_step(loss_fn, ema_decay=0.75)
-    step(model, optimizer, ROWS)
-    average_model = optimizer.ema_model(model)
-    average_model.eval()
-    expected = average_model(ROWS["x"])
-    step(model, optimizer, ROWS)
-    same_bits(average_model(ROWS["x"]), expected)
-
-
-@pytest.mark.once
 def test_only_the_variables_that_wrt_selects_are_trained_and_averaged():
     base = nnx.Linear(8, 8, rngs=rngs())
     model = apply_policy(nnx.LoRA(8, 2, 8, base_module=base, rngs=rngs()), "mixed_bfloat16")
@@ -206,23 +192,6 @@ def test_a_shared_layer_is_trained_once_and_stays_shared():
 
 
 # ---- one program
-
-
-@pytest.mark.once
-def test_the_program_recomputes_the_values_that_remat_names():
-    texts, params = {}, {}
-    for remat in ("none", "nothing_saveable", "dots"):
-        model, optimizer = setup(mlp(), "float32", jaxmp.NoOpLossScale(), SGD)
-        step = make_train_step(loss_fn, remat=remat)
-        texts[remat] = step.lower(model, optimizer, ROWS).as_text()
-        if remat != "dots":
-            step(model, optimizer, ROWS)
-            params[remat] = values(model)
-    tanhs = {remat: texts[remat].count("tanh") for remat in ("none", "nothing_saveable", "dots")}
-    assert tanhs["none"] < tanhs["dots"] == tanhs["nothing_saveable"]  # the backward pass computes activations again
-    products = {remat: texts[remat].count("dot_general") for remat in ("none", "nothing_saveable", "dots")}
-    assert products["none"] == products["dots"] < products["nothing_saveable"]
-    close(params["nothing_saveable"], params["none"])
 
 
 def test_a_step_with_other_options_checks_the_policy_again():
@@ -304,20 +273,6 @@ def test_steps_compile_once_do_not_wait_and_reuse_the_memory_of_the_model():
         for batch in (BAD, ROWS, ROWS):
             step(model, optimizer, batch)
     assert compiled_once(step.of_trees) and kernel.is_deleted() and moment.is_deleted()
-
-
-@pytest.mark.once
-def test_a_weakly_typed_param_compiles_a_step_once():
-    class Scale(nnx.Module):
-        def __init__(self) -> None:
-            self.scale = nnx.Param(jnp.asarray(1.0))
-
-    model = Scale()
-    assert model.scale[...].weak_type
-    optimizer, step = Optimizer(model, SGD), make_train_step(lambda model, x: x * model.scale[...])
-    for _ in range(2):
-        step(model, optimizer, jnp.float32(0.1))
-    assert compiled_once(step.of_trees)
 
 
 @pytest.mark.once
@@ -427,21 +382,6 @@ def test_a_skipped_step_changes_only_the_scale_the_counters_and_the_rng_counts()
     assert (int(optimizer.skipped_steps), float(optimizer.loss_scale), int(optimizer.step[...])) == (1, 512.0, 2)
     step(model, optimizer, ROWS)
     assert np.any(np.asarray(model.norm.mean[...]) != before[0]["norm"]["mean"]) and int(optimizer.skipped_steps) == 1
-
-
-@pytest.mark.once
-def test_a_run_that_skips_every_step_raises_with_the_reason():
-    model, optimizer = setup(mlp(), "mixed_bfloat16", jaxmp.StaticLossScale(8.0), optax.sgd(0.1))
-    step = make_train_step(loss_fn, max_consecutive_skips=3)
-    text = (
-        r"3 steps in a row were skipped, and the loss scale 8 cannot fall further; "
-        r".*the loss \(nan\); gradients of 'layers/0/bias'.*batch"
-    )
-    with pytest.raises(jaxmp.NonFiniteTrainingError, match=text):
-        for _ in range(50):
-            jax.block_until_ready(step(model, optimizer, {**ROWS, "x": ROWS["x"] * np.nan}))
-            time.sleep(0.001)
-    assert np.all(np.isfinite(model.layers[0].kernel[...]))
 
 
 @pytest.mark.once
@@ -590,38 +530,6 @@ def test_a_tree_of_models_or_variables_can_be_trained_like_a_model():
         optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.1))
         step = make_train_step(lambda model, x: jnp.sum(x @ jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))[-1]))
         assert jnp.isfinite(step(model, optimizer, concrete.ones((3, 2)))["loss"]) and int(optimizer.skipped_steps) == 0
-
-
-@pytest.mark.once
-def test_a_teacher_that_the_loss_closes_over_keeps_its_values_of_compile_time():
-    class Both(nnx.Module):
-        def __init__(self) -> None:
-            self.student, self.teacher = mlp(), mlp(4)
-
-    def distance(student: Any, teacher: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean((student(x) - teacher(x)) ** 2)
-
-    def losses(model: Any, wrt: Any, batch: Any, teacher: Any, loss_fn: Any, **options: Any) -> list[float]:
-        optimizer, step = Optimizer(model, optax.sgd(0.0), wrt=wrt), make_train_step(loss_fn, **options)
-        first = step(model, optimizer, batch)["loss"]
-        teacher.layers[2].kernel[...] *= 2
-        return [float(first), float(step(model, optimizer, batch)["loss"])]
-
-    teacher, x = mlp(4), ROWS["x"]
-    expected = losses(
-        mlp(), nnx.Param, {"x": x, "t": teacher}, teacher, lambda model, batch: distance(model, batch["t"], batch["x"])
-    )
-    both, wrt = Both(), nnx.All(nnx.Param, nnx.PathContains("student"))
-    close(losses(both, wrt, x, both.teacher, lambda both, x: distance(both.student, both.teacher, x)), expected)
-    both = Both()
-    got = losses(
-        both, wrt, x, both.teacher, lambda both, x: distance(both.student, both.teacher, x), accumulate_steps=2
-    )
-    close(got, expected)
-    teacher = mlp(4)
-    close(losses(mlp(), nnx.Param, x, teacher, lambda model, x: distance(model, teacher, x)), [expected[0]] * 2)
-    assert expected[1] > 1.1 * expected[0]
-    assert "such as a teacher, pass that model in the batch" in str(make_train_step.__doc__)
 
 
 @pytest.mark.once

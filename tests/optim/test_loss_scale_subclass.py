@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import concrete
@@ -24,23 +23,6 @@ import jaxmp
 from jaxmp import DynamicLossScale, LossScale, TrainState, loss_scaling, make_train_step
 
 pytestmark = pytest.mark.once
-
-
-@dataclasses.dataclass(frozen=True)
-class WithFunction(LossScale):
-    """A loss scale that also has a tree, a name and a function."""
-
-    loss_scale: Any = 2.0**10
-    counts: Any = dataclasses.field(default_factory=lambda: {"bad": 0})
-    name: str = "mine"
-    step: Callable[[Any], Any] = lambda x: x / 2
-
-    static_fields = ("name", "step")
-
-    def adjust(self, grads_finite: Any, grad_max: Any = None) -> WithFunction:
-        scale = jnp.where(grads_finite, self.loss_scale, self.step(self.loss_scale))
-        bad = self.counts["bad"] + jnp.where(grads_finite, 0, 1)
-        return dataclasses.replace(self, loss_scale=scale, counts={"bad": bad})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,17 +116,6 @@ def test_a_custom_scale_is_pickled_and_saved_by_flax_in_mid_run(make):
         assert again.loss_scale.loss_scale == 2.0**8
 
 
-def test_trees_of_a_custom_scale_may_be_rebuilt_with_anything_as_leaves():
-    for scale in (make() for make in FALLING):
-        leaves, structure = jax.tree.flatten(scale)
-        for leaf in (object(), None, True, "text", jax.sharding.PartitionSpec()):
-            rebuilt = jax.tree.unflatten(structure, [leaf] * len(leaves))
-            assert structure.flatten_up_to(rebuilt) == [leaf] * len(leaves)
-            assert jax.tree.structure(jax.tree.unflatten(structure, leaves)) == structure
-        stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), scale)
-        assert jax.tree.structure(jax.vmap(lambda _, scale: scale)(concrete.arange(2), stacked)) == structure
-
-
 @pytest.mark.parametrize("make", [Data, Fixed])
 def test_an_nnx_optimizer_takes_a_custom_scale(make):
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -158,13 +129,6 @@ def test_an_nnx_optimizer_takes_a_custom_scale(make):
     for x in (concrete.ones((3, 2)), concrete.full((3, 2), jnp.nan), concrete.ones((3, 2))):
         step(model, optimizer, x)
     assert optimizer.skipped_steps == 1 and optimizer.loss_scale == (2.0**10 if make is Fixed else 2.0**9)
-
-
-def test_fields_may_be_trees_names_and_functions():
-    tx = loss_scaling(optax.sgd(0.1), WithFunction(step=jnp.negative))
-    _, state = jax.jit(tx.update)(concrete.full(2, jnp.inf), tx.init(concrete.ones(2)), concrete.ones(2))
-    assert (state.loss_scale.loss_scale, state.loss_scale.name, state.loss_scale.step) == (-1024, "mine", jnp.negative)
-    assert state.loss_scale.counts["bad"] == 1
 
 
 def test_a_custom_scale_that_never_changes_stops_a_stuck_run():
@@ -183,14 +147,6 @@ def test_a_state_of_another_class_is_refused_by_name():
         ValueError, match=r"the state of a Data has the entries \['bad', 'floor', 'kind', 'loss_scale'\]"
     ):
         flax.serialization.from_state_dict(Data(), flax.serialization.to_state_dict(Registered()))
-
-
-def test_a_class_that_is_not_a_pytree_is_jaxs_error():
-    class Plain(LossScale):
-        loss_scale = 2.0**10
-
-    with pytest.raises(TypeError, match="Plain"):
-        loss_scaling(optax.sgd(0.1), Plain()).init(concrete.ones(2))
 
 
 def test_a_scale_that_is_no_positive_scalar_trains_nothing():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import concrete
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,40 +50,6 @@ def test_loss_scaling_may_be_inside_or_around_a_chain():
         assert get_loss_scale(state).loss_scale == 2.0**14
 
 
-def test_masked_may_be_inside_of_loss_scaling():
-    params, batch = problem()
-    mask = {"hidden": {"w": True, "b": False}, "out": {"w": True}}
-    frozen = jax.tree.map(lambda on: not on, mask)
-    tx = loss_scaling(
-        standard(optax.chain(optax.masked(optax.adam(1e-2), mask), optax.masked(optax.set_to_zero(), frozen))),
-        DynamicLossScale(),
-    )
-    end, state = run(tx, [True, False, True], params, batch)
-    expected, _ = run(tx, [True, True], params, batch)
-    assert same_bits(end, expected) and same_bits(end["hidden"]["b"], params["hidden"]["b"])
-    assert get_loss_scale(state).loss_scale == 2.0**14
-
-
-def test_a_mask_that_excludes_all_params_is_not_an_error():
-    params, _ = problem()
-    tx = standard(
-        optax.masked(loss_scaling(optax.adam(1e-2), DynamicLossScale()), jax.tree.map(lambda _: False, params))
-    )
-    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
-    assert same_bits(updates, params) and state.inner_state.last_finite
-
-
-def test_around_multi_transform_one_loss_has_one_scale():
-    params, batch = problem()
-    tx = loss_scaling(
-        standard(optax.multi_transform({"a": optax.adam(1e-2), "s": optax.sgd(0.1)}, {"hidden": "a", "out": "s"})),
-        DynamicLossScale(),
-    )
-    end, state = run(tx, [True, False, True], params, batch)
-    assert same_bits(end, run(tx, [True, True], params, batch)[0])
-    assert get_loss_scale(state).loss_scale == 2.0**14 and state.skipped_steps == 1
-
-
 def test_inside_multi_transform_every_loss_has_its_own_scale_and_the_whole_state_has_none():
     params, _ = problem()
     parts = {
@@ -116,21 +79,6 @@ def test_a_schedule_inside_does_not_advance_on_a_skipped_step():
     assert [int(leaf) for leaf in jax.tree.leaves(state.inner_state) if leaf.dtype == jnp.int32] == [2, 2]
 
 
-def test_inject_hyperparams_may_be_around_loss_scaling():
-    params, batch = problem()
-
-    def make(learning_rate):
-        return loss_scaling(optax.sgd(learning_rate), DynamicLossScale())
-
-    tx = standard(optax.inject_hyperparams(make)(learning_rate=0.1))
-    end, state = run(tx, [True, False, True], params, batch)
-    assert get_loss_scale(state).loss_scale == 2.0**14
-    close(end, run(loss_scaling(optax.sgd(0.1), DynamicLossScale()), [True, True], params, batch)[0])
-    state.hyperparams["learning_rate"] = jnp.float32(0.0)
-    grads = gradients(params, state, batch)
-    assert all((leaf == 0).all() for leaf in jax.tree.leaves(tx.update(grads, state, params)[0]))
-
-
 # ---- MultiSteps
 
 
@@ -148,35 +96,7 @@ def test_around_multi_steps_a_bad_microbatch_is_dropped_and_the_window_grows_by_
 # ---- apply_if_finite
 
 
-def test_around_apply_if_finite_the_scale_decides():
-    params, batch = problem()
-    tx = loss_scaling(standard(optax.apply_if_finite(optax.adam(1e-2), 2)), DynamicLossScale())
-    end, state = run(tx, [True, False, False, False, False, True], params, batch)
-    assert same_bits(end, run(tx, [True, True], params, batch)[0])
-    assert get_loss_scale(state).loss_scale == 2.0**11 and state.inner_state.total_notfinite == 0
-
-
 # ---- extra arguments
-
-
-def squares(params):
-    return jnp.sum((params["w"] - 0.5) ** 2)
-
-
-@pytest.mark.slow("compiles a line search twice; extra arguments alone are quick")
-def test_a_line_search_sees_true_values_and_gradients():
-    params = plain_params = {"w": concrete.array([1.0, -2.0, 3.0])}
-    tx, plain = loss_scaling(standard(optax.lbfgs()), DynamicLossScale()), standard(optax.lbfgs())
-    state, plain_state = tx.init(params), plain.init(params)
-    update, plain_update = (jax.jit(functools.partial(optimizer.update, value_fn=squares)) for optimizer in (tx, plain))
-    for _ in range(2):
-        value, grad = value_and_grad(squares, state)(params)
-        updates, state = update(grad, state, params, value=value, grad=grad)
-        params = optax.apply_updates(params, updates)
-        value, grad = jax.value_and_grad(squares)(plain_params)
-        updates, plain_state = plain_update(grad, plain_state, plain_params, value=value, grad=grad)
-        plain_params = optax.apply_updates(plain_params, updates)
-    assert same_bits(params, plain_params) and same_bits(state.inner_state, plain_state)
 
 
 def test_an_inner_transform_without_extra_arguments_gets_none():

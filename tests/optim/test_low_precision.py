@@ -71,16 +71,6 @@ def muon_in_bfloat16(**options):
     return optax.GradientTransformation(muon.init, jaxmp.autocast(muon.update, "mixed_bfloat16"))
 
 
-@pytest.mark.once
-def test_muon_with_bfloat16_params_and_momentum_learns_as_in_float32():
-    exact = trained(optax.contrib.muon(3e-3), jnp.float32)
-    muon = muon_in_bfloat16(learning_rate=3e-3)
-    with pytest.warns(UserWarning, match="updates below 1/512 of a weight are lost"):
-        nearest = trained(muon, jnp.bfloat16)
-    stochastic = trained(jaxmp.low_precision(muon, moments="bfloat16"), jnp.bfloat16)
-    assert nearest > 1.2 * exact and abs(stochastic / exact - 1) < 0.01
-
-
 def test_under_autocast_muons_products_are_bfloat16_and_its_iterate_is_float32():
     experts = np.random.default_rng(0).normal(size=(2, 24, 16)).astype(np.float32)
     dimension_numbers = {"w": optax.contrib.MuonDimensionNumbers(1, 2)}
@@ -348,32 +338,6 @@ def test_with_tx_keeps_the_compensation_and_the_count():
     assert state.with_tx(jaxmp.low_precision(optax.sgd(1e-4))).opt_state.inner_state.count == 5
 
 
-def test_with_tx_starts_the_compensation_of_params_that_had_none():
-    params = {"v": concrete.ones(8), "w": concrete.ones(8, jnp.bfloat16)}
-    kahan = jaxmp.low_precision(optax.sgd(1e-4), rounding="kahan")
-    state = jaxmp.TrainState.create(params=params, tx=kahan)
-    update = jax.jit(lambda state: state.apply_gradients(grads=jax.tree.map(jnp.ones_like, state.params)))
-    state = update(state)
-    half = state.replace(params={**state.params, "v": state.params["v"].astype(jnp.bfloat16)})
-    stored = update(half.with_tx(kahan)).opt_state.inner_state
-    np.testing.assert_allclose(stored.compensation["w"].astype(jnp.float32), -2e-4, rtol=1e-2)
-    np.testing.assert_allclose(stored.compensation["v"].astype(jnp.float32), -1e-4, rtol=1e-2)
-
-
-def test_with_tx_keeps_the_dtype_that_the_optimizer_gives_a_moment():
-    adam = optax.adam(1e-3, mu_dtype=jnp.bfloat16)
-    state = jaxmp.TrainState.create(params={"w": concrete.ones(4, jnp.bfloat16)}, tx=jaxmp.low_precision(adam))
-    with pytest.warns(UserWarning, match=r"write tx = jaxmp.low_precision\(tx\)"):
-        plain = state.with_tx(adam)
-    assert plain.opt_state.inner_state[0].mu["w"].dtype == jnp.bfloat16
-
-
-def test_with_tx_keeps_the_norm_in_the_state():
-    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.NoOpLossScale(), grad_norm=True)
-    state = jaxmp.TrainState.create(params={"w": concrete.ones(4)}, tx=tx)
-    assert state.with_tx(jaxmp.low_precision(optax.adam(1e-3), moments="bfloat16")).opt_state.grad_norm.shape == ()
-
-
 def test_with_tx_survives_a_step_that_donates():
     loss_fn, x, params = problem(jnp.bfloat16)
     tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
@@ -441,31 +405,6 @@ def test_blocks_are_sharded_like_their_param(kind):
         state, _ = step(state, concrete.ones((8, 8), jnp.bfloat16))
     assert compiled_once(step)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
-
-
-@pytest.mark.once
-def test_muons_momentum_is_sharded_like_its_param():
-    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
-    tx = jaxmp.low_precision(muon_in_bfloat16(learning_rate=1e-2), rounding="kahan", moments="bfloat16")
-    loss_fn, x, params = problem(jnp.bfloat16)
-    on_mesh = Sharding(mesh, {"w": P("fsdp")})
-    one = jaxmp.TrainState.create(params=params, tx=tx)
-    many = jaxmp.TrainState.create_sharded(lambda: problem(jnp.bfloat16)[2], tx, on_mesh)
-    step_of_one, step_of_many = jaxmp.make_train_step(loss_fn), jaxmp.make_train_step(loss_fn, sharding=on_mesh)
-    for _ in range(5):
-        one, metrics_of_one = step_of_one(one, x)
-        many, metrics_of_many = step_of_many(many, x)
-    momentum = many.opt_state.inner_state.inner_state.inner_states["muon"].inner_state[0].mu["w"]
-    assert momentum.dtype == jnp.bfloat16 and momentum.sharding.spec == many.params["w"].sharding.spec == P("fsdp")
-    np.testing.assert_allclose(metrics_of_many["loss"], metrics_of_one["loss"], rtol=1e-3)
-
-
-def test_a_device_with_part_of_a_block_on_explicit_axes_is_jaxs_error():
-    with jax.set_mesh(jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))):
-        params = jax.device_put(concrete.ones((8, 32), jnp.bfloat16), P(None, "fsdp"))
-        tx = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=16)
-        with pytest.raises(Exception, match="specify the sharding of the output"):
-            tx.init(params)
 
 
 @pytest.mark.once

@@ -105,29 +105,6 @@ def test_gradients_of_plain_jax_train_a_wrapped_optimizer():
     assert same_bits(new.params, expected)
 
 
-def test_gradients_of_plain_nnx_train_a_jaxmp_optimizer():
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    before = model.bias[...]
-    optimizer = jaxmp.nnx.Optimizer(model, optax.sgd(0.5), loss_scale=SCALED)
-    optimizer.update(model, nnx.grad(lambda model: jnp.sum(model(jnp.ones((1, 2)))))(model))
-    assert model.bias[...] == before - 0.5
-
-
-def test_gradients_of_several_losses_are_added_and_logged_as_they_are():
-    params, batch = problem()
-    tx = loss_scaling(optax.sgd(0.5), SCALED)
-
-    @jax.jit
-    def gradients(params, opt_state):
-        _, first = value_and_grad(loss_fn, opt_state)(params, batch)
-        _, second = value_and_grad(lambda params: optax.tree.norm(params, squared=True), opt_state)(params)
-        expected = jax.grad(lambda params: loss_fn(params, batch) + optax.tree.norm(params, squared=True))(params)
-        return jax.tree.map(jnp.add, first, second), expected
-
-    total, expected = gradients(params, tx.init(params))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), total, expected)
-
-
 @pytest.mark.parametrize("by_train_step", [False, True])
 def test_clipping_before_loss_scaling_does_not_hide_an_overflow(by_train_step):
     """Skip a step whose infinite gradient clipping would hide.

@@ -83,11 +83,3 @@ def test_draws_differ_by_seed_update_and_param_and_look_random():
     assert abs(base.mean() / 2**16 - 0.5) < 3 / np.sqrt(12 * base.size)
     for other in (bits(1, 0, "w"), bits(0, 1, "w"), bits(0, 0, "v"), bits(2**32, 0, "w"), np.roll(base, 1), base.T):
         assert abs(np.corrcoef(base.ravel(), other.ravel())[0, 1]) < 0.012  # 3 / 256
-
-
-@pytest.mark.once
-def test_no_two_seeds_share_their_draws():
-    drawn = {
-        np.asarray(Draw(seed, jnp.int32(step), "w").bits((8,))[0]).tobytes() for seed in range(4) for step in range(4)
-    }
-    assert len(drawn) == 16

@@ -68,30 +68,6 @@ def test_moments_whose_difference_is_used_stay_float32():
     assert both.inner_state[1].trace["w"].dtype == jnp.bfloat16
 
 
-def test_half_moments_of_an_optimizer_keep_their_dtype():
-    weights = {"w": concrete.ones((4, 16), jnp.bfloat16)}
-    tx = optax.chain(optax.scale_by_adam(mu_dtype=jnp.bfloat16), optax.contrib.schedule_free_sgd(1e-3))
-    tx = jaxmp.low_precision(tx, moments="float8", block=16)
-    state = jax.eval_shape(tx.init, weights)
-    schedule_free = state.inner_state[1]
-    halved = schedule_free._replace(z=jax.tree.map(lambda leaf: leaf.update(dtype=jnp.bfloat16), schedule_free.z))
-    state = state._replace(inner_state=(state.inner_state[0], halved))
-    _, new = jax.eval_shape(tx.update, weights, state, weights)
-    assert jax.tree.map(lambda leaf: leaf.dtype, new) == jax.tree.map(lambda leaf: leaf.dtype, state)
-    assert new.inner_state[0].mu["w"].dtype == new.inner_state[1].z["w"].dtype == jnp.bfloat16
-
-
-def test_the_format_of_the_moments_is_static():
-    weights = {"w": concrete.ones((4, 16), jnp.bfloat16)}
-    adam = optax.adam(1e-3)
-    states = [jax.eval_shape(jaxmp.low_precision(adam, moments=name).init, weights) for name in ("float32", "bfloat16")]
-    assert [state.moments.name for state in states] == ["float32", "bfloat16"]
-    for state in states:
-        fields = {str(path[0]) for path, _ in jax.tree.leaves_with_path(state)}
-        assert fields == {".count", ".inner_state"}  # the format adds no array to a checkpoint
-    assert jax.tree.structure(states[0]) != jax.tree.structure(states[1])
-
-
 def test_flax_writes_and_reads_blocks():
     tx, weights = jaxmp.low_precision(optax.adam(1e-3), moments="float8", block=2), {"w": concrete.ones((2, 4))}
     _, state = jax.jit(tx.update)(weights, jax.jit(tx.init)(weights), weights)
@@ -113,16 +89,6 @@ def test_a_positive_second_moment_never_becomes_0():
     for block in (None, 4):
         decoded = stored_and_read(values, True, block, "nu")
         assert np.all((np.asarray(decoded) > 0) == (np.asarray(values) > 0)), block
-
-
-def test_codes_are_as_exact_as_their_format():
-    values = concrete.array(np.random.default_rng(0).normal(size=(64, 256)), jnp.float32)
-    signed = np.asarray(stored_and_read(values, False, 256))
-    second = np.asarray(stored_and_read(values**2, True, 256))
-    exact = np.asarray(values, np.float64)
-    assert np.linalg.norm(signed - exact) / np.linalg.norm(exact) < 0.05
-    assert np.linalg.norm(second - exact**2) / np.linalg.norm(exact**2) < 0.09
-    assert abs(signed.mean() - exact.mean()) < 1e-3
 
 
 def test_codes_are_those_of_the_new_moments():
@@ -151,16 +117,3 @@ def test_a_block_with_a_non_finite_number_is_not_finite():
     for bad, squared in ((np.inf, False), (np.nan, False), (np.inf, True), (np.nan, True)):
         decoded = stored_and_read(concrete.ones((2, 16)).at[0, 3].set(bad), squared, 16)
         assert not np.isfinite(decoded[0]).any() and np.isfinite(decoded[1]).all()
-
-
-def test_stored_moments_need_fewer_bytes_per_param():
-    weights = {"w": concrete.ones((256, 512), jnp.bfloat16)}
-
-    def bytes_a_param(**options):
-        state = jax.eval_shape(jaxmp.low_precision(optax.adam(1e-3), **options).init, weights)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) / weights["w"].size
-
-    assert round(bytes_a_param(), 2) == 8.00
-    assert round(bytes_a_param(moments="bfloat16"), 2) == 4.00
-    assert round(bytes_a_param(moments="float8"), 2) == 2.03
-    assert round(bytes_a_param(rounding="kahan", moments="bfloat16"), 2) == 6.00

@@ -161,16 +161,6 @@ class TestDtypes:
         assert len(of_weights) == 2 * len(WAYS) - 1  # the loop over an index has only one product
         assert {aval.dtype.name for aval in of_weights} == {"float32"}
 
-    @pytest.mark.slow("compiles a large program; the same in the program")
-    def test_a_weight_that_passes_through_other_code_has_the_gradient_of_one_device(self):
-        step, state, batch, _ = step_of_ways(EXPLICIT)
-        params = jax.device_get(state.params)
-        gradients = jax.jit(jax.grad(lambda params: loss_of_ways(params, None, batch, None)[0]))(params)
-        new, _ = step(state, batch)
-        for name, gradient in gradients.items():
-            error = np.linalg.norm(params[name] - np.asarray(new.params[name]) - gradient)
-            assert error <= 0.01 * np.linalg.norm(gradient), name
-
     @pytest.mark.once
     @pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=SLOW)])
     def test_weights_of_several_uses_are_gathered_once_in_a_pass(self, kind):

@@ -8,7 +8,6 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mesh_steps import tx_of
 from meshes import collectives_in
 from stacked_layers import BATCH, WIDTH, loss_on, make_params, shape
 
@@ -58,39 +57,6 @@ class TestForEightGPUs:
         assert {row.dtype for row in reduced} == {"float32"}
         # Positions are summed over the batch, too.
         assert 4 * split <= sum(row.bytes for row in reduced) <= 4 * (split + sequence * width)
-
-    def test_a_weight_of_several_uses_is_gathered_once_in_a_pass(self):
-        """Use each weight in a product, in a call, and in a call of a call.
-
-        XLA does not keep gathered weights for the backward pass, so it gathers them again.
-        """
-        mesh, width, names = jax.sharding.AbstractMesh((8,), ("fsdp",), (AxisType.Explicit,)), 256, "ab"
-        layer = jax.jit(lambda x, w: jnp.tanh(x @ w))
-
-        def loss_fn(params, model_state, x, rng):
-            for name in 2 * names:
-                x = jnp.tanh(layer(jax.jit(layer)(x, params[name]), params[name]) @ params[name].T)
-            return jnp.mean(x**2), model_state
-
-        def placed(leaf, spec):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-        params = dict.fromkeys(names, jax.ShapeDtypeStruct((width, width), "float32"))
-        state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params=params, tx=tx_of()), params)
-        specs = sharding.fsdp_specs(state, mesh, min_size=512)
-        state = jax.tree.map(placed, state, specs)
-        batch = placed(jax.ShapeDtypeStruct((64, width), "float32"), P("fsdp"))
-        step = jaxmp.make_train_step(loss_fn, sharding=Sharding(mesh, specs.params), policy="mixed_bfloat16")
-        rows = collectives_in(compiling.compiled(step, (state, batch), "h200")).rows
-        # XLA may put several arrays into one gather.
-        gathered = []
-        for row in rows:
-            if row.kind == "all-gather":
-                gathered += [(row.dtype, row.bytes)] * row.count
-        assert {dtype for dtype, _ in gathered} == {"bfloat16"}
-        assert {row.dtype for row in rows if row.kind == "reduce-scatter"} == {"float32"}
-        assert not [row for row in rows if row.kind != "all-gather" and row.dtype == "bfloat16"]
-        assert sum(size for _, size in gathered) == 2 * len(names) * 2 * width**2
 
     def test_over_an_axis_that_splits_products_go_sums_of_activations_alone(self):
         """Split one layer by its columns and the next one by its rows.
@@ -160,21 +126,3 @@ class TestGatherForEightGPUs:
         assert set(moved) == {("all-gather", "bfloat16"), ("reduce-scatter", "float32"), ("all-reduce", "float32")}
         assert moved["reduce-scatter", "float32"] == 4 * weights * 7 / 8
         assert moved["all-gather", "bfloat16"] <= 2 * 2 * weights * 7 / 8
-
-    def test_memory_is_that_of_one_device(self, plan, step_and_shapes):
-        _, (state, batch) = step_and_shapes
-        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
-        stored = sharding.describe(state, specs, batch.sharding.mesh)
-        assert sum(plan.by_kind.values()) == plan.peak
-        kinds = plan.by_kind["params"] + plan.by_kind["optimizer"]
-        assert abs(kinds - stored.bytes) < 100  # the key and the counters belong to other kinds
-        assert plan.by_kind["batch"] == 4 * BATCH * WIDTH
-
-    def test_a_topology_that_does_not_fit_is_refused(self, step_and_shapes):
-        step, args = step_and_shapes
-        with pytest.raises(
-            ValueError, match=r"must have as many GPUs as the mesh, got '1x1x4' with 4 and a mesh with 8"
-        ):
-            compiling.compiled(step, args, "h200", "1x1x4")
-        with pytest.raises(ValueError, match=r"slices × hosts × GPUs per host, .* got '8'"):
-            compiling.compiled(step, args, "h200", "8")

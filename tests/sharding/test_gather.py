@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import explicit_mesh, mesh_of, mesh_of_two_types
-from recompiles import compiled_once
 from stacked_layers import SPECS, WHOLE, a_batch, loss_on, make_params
 
 import jaxmp
@@ -166,28 +165,3 @@ def in_shard_map(mesh, spec=SPLIT, to=ALIKE, **options):
 def test_invalid_gathers_are_refused(call, said):
     with pytest.raises(ValueError, match=said):
         call()
-
-
-def trained(state, loss_fn, batches):
-    step = jaxmp.make_train_step(loss_fn, donate=False)
-    for batch in batches:
-        state, _ = step(state, batch)
-    assert compiled_once(step)
-    return state
-
-
-@pytest.mark.slow("trains five steps")
-def test_after_five_steps_in_float32_params_are_those_of_one_device():
-    mesh, batches = explicit_mesh(), [a_batch() * n for n in (1, 2, 3, 4, 5)]
-    tx = jaxmp.loss_scaling(optax.adam(1e-3), jaxmp.DynamicLossScale())
-    split = jaxmp.TrainState.create_sharded(make_params, tx, Sharding(mesh, SPECS))
-    with jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
-        on_mesh = [jax.device_put(batch, P("fsdp")) for batch in batches]
-        split = trained(split, loss_on(SPECS, "float32"), on_mesh)
-    with jax.default_matmul_precision("highest"), jax.set_mesh(jax.make_mesh((1,), ("fsdp",))):
-        single_state = jaxmp.TrainState.create(params=make_params(), tx=tx)
-        single_state = trained(single_state, loss_on(WHOLE, "float32"), batches)
-    for name, leaf in split.params.items():
-        assert leaf.sharding.spec == SPECS[name] or leaf.sharding.is_fully_replicated
-        sharded, single = np.asarray(leaf), np.asarray(single_state.params[name])
-        assert np.linalg.norm(sharded - single) / max(np.linalg.norm(single), 1e-3) < 2e-6, name

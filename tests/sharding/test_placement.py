@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 from meshes import explicit_mesh
 from stacked_layers import LAYERS, SPECS, WIDTH, make_params
 
@@ -15,13 +14,6 @@ import jaxmp
 from jaxmp.sharding import Sharding
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's Adam mixes dtypes
-
-
-def test_a_state_has_shapes_without_being_made():
-    state = jax.eval_shape(
-        lambda: jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(explicit_mesh(), SPECS))
-    )
-    assert jax.tree.map(jnp.shape, state.params) == jax.tree.map(jnp.shape, jax.eval_shape(make_params))
 
 
 def test_a_state_is_that_of_one_device_in_its_place():
@@ -43,16 +35,3 @@ def test_a_state_is_that_of_one_device_in_its_place():
     for tree in (state.params, state.ema_params, inner.mu, inner.nu):
         assert tree["up"].addressable_shards[0].data.shape == (LAYERS, WIDTH, 2 * WIDTH // 4)
         assert tree["bias"].sharding.is_fully_replicated
-
-
-@pytest.mark.parametrize(
-    ("specs", "said"),
-    [
-        ({"w": P()}, "specs must have a PartitionSpec"),
-        ({**SPECS, "up": P("tensor")}, "which has the axes 'fsdp', got 'tensor'"),
-        ({**SPECS, "up": P("fsdp")}, r"got size 3 over 4 devices of 'fsdp' in 'up'"),
-    ],
-)
-def test_specs_that_do_not_fit_are_refused(specs, said):
-    with pytest.raises(ValueError, match=said):
-        jaxmp.TrainState.create_sharded(make_params, optax.sgd(1.0), Sharding(explicit_mesh(), specs))

@@ -83,19 +83,6 @@ def test_invalid_options_are_refused(options, said):
         sharding.fsdp_specs({"dense": {"kernel": shape(6, 512)}}, mesh_of(), **options)
 
 
-@pytest.mark.parametrize(
-    ("patterns", "remedy"),
-    [
-        (["a/kernel", "b/kernel", "**/kernel"], "leave one of the two out"),
-        (["**/bias", "**/kernel", "a"], r"put '\*\*/kernel' last, or leave 'a' out"),
-    ],
-)
-def test_an_earlier_rule_is_put_last_only_if_it_matches_other_leaves_too(patterns, remedy):
-    shapes = {"a": {"kernel": shape(8, 8), "bias": shape(8)}, "b": {"kernel": shape(8, 8)}}
-    with pytest.raises(ValueError, match=rf"same params; {remedy}$"):
-        sharding.fsdp_specs(shapes, mesh_of(), rules=dict.fromkeys(patterns, P()))
-
-
 def test_described_bytes_are_those_that_a_device_holds():
     mesh = mesh_of(fsdp=2, tensor=2)
     shapes = {"a": shape(16, 8), "b": shape(16, 8, dtype="bfloat16"), "c": shape(3)}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from linen_zoo import data, dtypes_of, numbers, same_bits, same_computation
@@ -96,62 +93,10 @@ def test_under_autocast_the_state_stays_float32_and_one_program_is_compiled(kwar
     assert compiled_once(step) and int(state.skipped_steps) == 0
 
 
-def test_a_skipped_step_changes_nothing_but_the_scale():
-    step, state = make("mixed_float16"), new_state()
-    state, _ = step(state, BATCH)
-    after, metrics = step(state, {**BATCH, "x": BATCH["x"].at[0, 0].set(jnp.inf)})
-    assert bool(metrics["skipped"]) and int(after.skipped_steps) == 1
-    for name in ("params", "model_state", "ema_params"):
-        same_bits(getattr(after, name), getattr(state, name))
-    same_bits(after.opt_state.inner_state, state.opt_state.inner_state)
-    assert float(after.loss_scale) == 2.0**9
-
-
-def test_gradients_have_the_direction_of_float32_gradients():
-    state = new_state()
-
-    def gradients(policy: Any) -> np.ndarray:
-        fun = jaxmp.autocast(loss_fn, policy) if policy else loss_fn
-        grads = jax.jit(jax.grad(lambda params: fun(params, state.model_state, BATCH, None)[0]))(state.params)
-        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(grads)])
-
-    want = gradients(None)
-    for policy in ("mixed_float16", "mixed_bfloat16"):
-        got = gradients(policy)
-        assert got @ want / (np.linalg.norm(got) * np.linalg.norm(want)) > 0.99
-
-
 def test_overrides_reach_the_autocast():
     assert dtypes_in(make("mixed_bfloat16", overrides={"**/head": "float32"})) == {"bfloat16", "float32"}
     evaluate = jaxmp.make_eval_step(loss_fn, policy="mixed_float16", overrides={"**/head": "float32"})
     assert dtypes_in(evaluate) == {"float16", "float32"}
-
-
-def test_a_float32_step_returns_half_metrics_and_refuses_a_half_loss_with_and_without_overrides():
-    def halved(loss_dtype: Any, params: Any, model_state: Any, batch: Any, rng: Any) -> Any:
-        loss, model_state, metrics = loss_fn(params, model_state, batch, rng)
-        return loss.astype(loss_dtype), model_state, {"half": metrics["accuracy"].astype(jnp.bfloat16)}
-
-    for overrides in (None, {"**/head": "tensorfloat32"}):
-        full, half = (
-            jaxmp.make_train_step(
-                functools.partial(halved, dtype), policy="float32", overrides=overrides, ema_decay=0.9
-            ).jitted
-            for dtype in (jnp.float32, jnp.float16)
-        )
-        assert jax.eval_shape(full, new_state(), BATCH)[1]["half"].dtype == jnp.bfloat16
-        with pytest.raises(TypeError, match="got float16, in which the scaled loss may overflow"):
-            jax.eval_shape(half, new_state(), BATCH)
-
-
-def test_float16_products_of_autocast_without_a_loss_scale_are_warned_of_once():
-    step, state = make("mixed_float16"), new_state(jaxmp.NoOpLossScale())
-    with pytest.warns(UserWarning, match="float16 products and no loss scale"):
-        state, _ = step(state, BATCH)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(state, BATCH)
-        make("mixed_bfloat16")(new_state(jaxmp.NoOpLossScale()), BATCH)
 
 
 def test_wrong_policies_and_overrides_raise_at_once():

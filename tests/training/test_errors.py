@@ -15,8 +15,6 @@ import pytest
 from error_tools import noted, refused
 from flax import linen, nnx
 from flax.training import train_state as flax_train_state
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 from optimizer_tools import problem, standard, train_loss
 
 import jaxmp
@@ -139,12 +137,6 @@ def nnx_model(array):
 def test_bfloat16_that_numpy_saved_as_bytes_is_refused_with_the_remedy(take, name, tmp_path):
     with pytest.raises(TypeError, match=rf"'{name}' has the dtype \|V2, raw bytes.*\n.*view\(ml_dtypes.bfloat16\)"):
         take(tmp_path)
-
-
-def test_the_view_that_the_error_names_has_the_values():
-    params = jax.tree.map(lambda array: array.view(ml_dtypes.bfloat16), RAW)
-    state = TrainState.create(params=params, tx=jaxmp.low_precision(optax.sgd(0.1)))
-    assert state.params["a"]["w"].dtype == jnp.bfloat16 and np.all(state.params["a"]["w"] == 1.5)
 
 
 def test_a_decay_lies_between_0_and_1():
@@ -270,26 +262,6 @@ def test_a_batch_that_does_not_divide_is_refused():
         refused(functools.partial(step, state_of(), batch), ValueError, phrase, what=what)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_on_explicit_axes_the_devices_must_divide_a_microbatch(kind):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    examples = np.arange(32, dtype=np.float32)
-
-    def stepped(n):
-        state = jax.device_put(state_of(), NamedSharding(mesh, P()))
-        batch = {"x": jax.device_put(examples, NamedSharding(mesh, P("data")))}
-        return make_train_step(lambda p, s, b, r: (jnp.mean(p * b["x"]), s), accumulate_steps=n)(state, batch)
-
-    new, metrics = stepped(8)
-    assert metrics["loss"] == examples.mean()
-    np.testing.assert_allclose(new.params, 1 - 0.1 * examples.mean(), rtol=1e-6)
-    if kind is AxisType.Auto:
-        assert stepped(16)[1]["loss"] == examples.mean()  # microbatches of 2 examples on 4 devices
-    else:
-        with pytest.raises(Exception, match="This reshape is not supported"):  # JAX's own error
-            stepped(16)
-
-
 def test_a_batch_without_examples_is_refused_because_zero_gradients_change_params():
     tx = standard(optax.adam(0.1))
 
@@ -365,53 +337,3 @@ def test_params_that_were_donated_are_refused_with_the_remedy_under_grad_too():
     }
     for what, call in calls.items():
         noted(call, "write make_train_step(..., donate=False)", what=what)
-
-
-def test_the_rng_may_be_a_seed_or_any_kind_of_key():
-    for rng in (3, np.int64(3), jax.random.key(3), jax.random.PRNGKey(3), np.array([0, 3], np.uint32)):
-        key = state_of(rng=rng).rng
-        assert (jax.random.uniform(key) == jax.random.uniform(jax.random.key(3))).all()
-
-
-@pytest.mark.parametrize(
-    ("tx", "extra_args"),
-    [
-        (optax.contrib.sophia(0.1), lambda loss_of: {"obj_fn": loss_of}),
-        (
-            optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), opaque_mode=True),
-            lambda loss_of: {"grad_fn": jax.grad(loss_of)},
-        ),
-    ],
-    ids=["estimate of the Hessian", "gradients of its own"],
-)
-def test_an_optimizer_that_needs_more_than_the_loss_raises_its_own_error_and_works_by_hand(tx, extra_args):
-    def loss_of(params, *_):
-        return jnp.sum(params["w"] ** 2)
-
-    params, tx = {"w": concrete.array([2.0])}, loss_scaling(standard(tx), DynamicLossScale())
-    with pytest.raises((TypeError, ValueError), match=r"obj_fn|grad_fn"):
-        make_train_step(lambda params, s, b, r: (loss_of(params), s))(
-            TrainState.create(params=params, tx=tx), concrete.ones(2)
-        )
-
-    @jax.jit
-    def losses(params):
-        opt_state = tx.init(params)
-        loss, grads = jaxmp.value_and_grad(loss_of, opt_state)(params)
-        updates, _ = tx.update(grads, opt_state, params, **extra_args(loss_of))
-        return loss, loss_of(optax.apply_updates(params, updates))
-
-    before, after = losses(params)
-    assert after < before
-
-
-def test_a_loss_scale_is_never_printed_whole():
-    scale, model = DynamicLossScale(), linen.Dense(2)
-    for call in (
-        lambda: jaxmp.loss_scaling(scale, optax.sgd(0.1)),
-        lambda: jaxmp.low_precision(scale),
-        lambda: jaxmp.linen.apply_policy(model, scale),
-        lambda: jaxmp.autocast(train_loss, scale),
-        lambda: make_train_step(train_loss, policy=scale),
-    ):
-        refused(call, TypeError, "got an instance of DynamicLossScale;")

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxmp
 
@@ -41,18 +40,6 @@ class Linen(nn.Module):
         return stream(h, [nn.Dense(WIDTH) for _ in range(LAYERS)], norm, nn.Dense(1))
 
 
-class Nnx(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(ROWS, WIDTH, embedding_init=TABLE, rngs=rngs)
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
-        self.norm = nnx.LayerNorm(WIDTH, use_bias=False, use_scale=False, rngs=rngs)
-        self.out = nnx.Linear(WIDTH, 1, rngs=rngs)
-
-    def __call__(self, tokens):
-        return stream(self.embed(tokens), self.layers, self.norm, self.out)
-
-
 def loss_of(predictions, batch):
     return jnp.mean((predictions.astype(jnp.float32) - batch["targets"]) ** 2)
 
@@ -60,11 +47,6 @@ def loss_of(predictions, batch):
 def train(api, policy, overrides, batch=BATCH):
     """Train for ten steps, and return the loss."""
     scale, limit = jaxmp.DynamicLossScale(1.0), {"max_consecutive_skips": 2}
-    if api == "nnx":
-        model = jaxmp.nnx.apply_policy(Nnx(), policy, overrides)
-        optimizer = jaxmp.nnx.Optimizer(model, optax.adam(1e-2), loss_scale=scale)
-        nnx_step = jaxmp.nnx.make_train_step(lambda model, batch: loss_of(model(batch["tokens"]), batch), **limit)
-        return [float(nnx_step(model, optimizer, batch)["loss"]) for _ in range(10)][-1]
     model, of_step = Linen(), {"policy": policy, "overrides": overrides}
     params = jax.jit(Linen().init)(jax.random.key(0), TOKENS)["params"]
     if api == "linen":
@@ -80,7 +62,7 @@ def train(api, policy, overrides, batch=BATCH):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("api", ["linen", "nnx", "step"])
+@pytest.mark.parametrize("api", ["linen", "step"])
 def test_the_error_names_the_override_that_lets_the_run_train(api):
     with pytest.raises(jaxmp.NonFiniteTrainingError, match=re.escape(ADVICE)):
         train(api, "mixed_float16", None)

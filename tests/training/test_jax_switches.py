@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from meshes import mesh_of
 
 import jaxmp
@@ -47,26 +46,6 @@ class Linen(nn.Module):
         x = x + nn.Dense(WIDTH)(attend(*(nn.Dense(WIDTH)(y) for _ in range(3))))
         x = x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(64)(nn.RMSNorm()(x))))
         return nn.Dense(VOCABULARY)(nn.LayerNorm()(x))
-
-
-class NNX(nnx.Module):
-    """The same transformer."""
-
-    def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        self.embed, self.positions = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs), nnx.Param(jnp.zeros((16, WIDTH)))
-        self.norms = nnx.List([make(WIDTH, rngs=rngs) for make in (nnx.LayerNorm, nnx.RMSNorm, nnx.LayerNorm)])
-        self.projections = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
-        self.up, self.down = nnx.Linear(WIDTH, 64, rngs=rngs), nnx.Linear(64, WIDTH, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens) + self.positions[...]
-        *projections, output = self.projections
-        y = self.norms[0](x)
-        x = x + output(attend(*(project(y) for project in projections)))
-        x = x + self.down(nnx.gelu(self.up(self.norms[1](x))))
-        return self.head(self.norms[2](x))
 
 
 def loss_of(model: Any, tokens: jax.Array) -> jax.Array:
@@ -108,13 +87,6 @@ def test_a_linen_step_sums_nothing_in_half(how: str, policy: str) -> None:
     step = jaxmp.make_train_step(loss_fn, **options)
     with jax.set_mesh(mesh_of(data=4)):
         jax.make_jaxpr(step.update)(state, TOKENS)
-
-
-def test_an_nnx_step_sums_nothing_in_half() -> None:
-    model = jaxmp.nnx.apply_policy(NNX(), "mixed_float16")
-    pair = model, jaxmp.nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), loss_scale=jaxmp.DynamicLossScale())
-    step = jaxmp.nnx.make_train_step(loss_of)
-    jax.make_jaxpr(lambda tokens: step(*nnx.clone(pair), tokens))(TOKENS)
 
 
 def softmax(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -23,55 +19,6 @@ POLICIES = "compute=bfloat16,output=float32,float8(min_dim=16,min_tokens=16)", "
 CHANGE, STEPS = 2, 4  # the number of steps in float8, and of all steps
 BATCHES = np.random.default_rng(0).normal(size=(STEPS, 16, 16)).astype(np.float32)
 ADAM = standard(optax.adamw(1e-2))
-
-
-class LinenNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False)(nn.Dense(16)(x))
-        return nn.Dense(16)(nn.Dropout(0.5, deterministic=False)(x))
-
-
-@functools.cache
-def linen_step(policy):
-    model = jaxmp.linen.apply_policy(LinenNet(), policy)
-
-    def loss_fn(params, model_state, batch, rng):
-        LinenRun.traces += 1
-        variables = {"params": params, **model_state}
-        output, new = model.apply(variables, batch, rngs={"dropout": rng}, mutable=["batch_stats"])
-        return jnp.mean((output - 1) ** 2), new
-
-    return jaxmp.make_train_step(loss_fn, ema_decay=0.9)
-
-
-class LinenRun:
-    """A run of a Linen model with one step for each policy. All runs share the steps."""
-
-    traces = 0
-
-    def __init__(self, seed):
-        keys = {"params": jax.random.key(seed), "dropout": jax.random.key(seed)}
-        variables = jax.jit(LinenNet().init)(keys, BATCHES[0])
-        self.state = jaxmp.TrainState.create(
-            params=variables.pop("params"),
-            model_state=variables,
-            tx=jaxmp.loss_scaling(ADAM, jaxmp.DynamicLossScale(2.0**10, period=2)),
-            rng=seed,
-            ema=True,
-        )
-
-    def number(self):
-        return int(self.state.step)
-
-    def take_step(self, is_late, batch):
-        self.state, _ = linen_step(POLICIES[is_late])(self.state, batch)
-
-    def saved(self):
-        return self.state
-
-    def restore(self, folder):
-        self.state = jaxmp.checkpoint.restore(folder, self.state)
 
 
 class NNXNet(nnx.Module):
@@ -126,17 +73,16 @@ def train(run, change=CHANGE):
     return bits(as_tree(run.saved()))
 
 
-@pytest.mark.parametrize("api", [NNXRun, pytest.param(LinenRun, marks=pytest.mark.slow("the same in Linen"))])
-def test_two_precisions_share_a_state_and_resume_at_every_step(api, tmp_path, monkeypatch):
+def test_two_precisions_share_a_state_and_resume_at_every_step(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXMP_FLOAT8", "emulate")
-    expected = train(api(seed=0))
-    traces = api.traces
-    assert expected not in (train(api(seed=0), change=0), train(api(seed=0), change=STEPS))
-    run = api(seed=0)
+    expected = train(NNXRun(seed=0))
+    traces = NNXRun.traces
+    assert expected not in (train(NNXRun(seed=0), change=0), train(NNXRun(seed=0), change=STEPS))
+    run = NNXRun(seed=0)
     for number in range(1, STEPS):
         run.take_step(number > CHANGE, BATCHES[number - 1])
         jaxmp.checkpoint.save(tmp_path / str(number), run.saved())
-        resumed = api(seed=5)
+        resumed = NNXRun(seed=5)
         resumed.restore(tmp_path / str(number))
         assert resumed.number() == number and train(resumed) == expected, number
-    assert api.traces == traces  # two steps are compiled, and no others
+    assert NNXRun.traces == traces  # two steps are compiled, and no others

@@ -16,11 +16,9 @@ import pytest
 from flax import nnx
 from linen_zoo import numbers
 from optimizer_tools import bits, problem, same_bits, standard, train_loss
-from recompiles import compiled_once
 
 import jaxmp
 from jaxmp import DynamicLossScale, TrainState, loss_scaling, make_train_step
-from jaxmp.training import stuck_runs
 from jaxmp.training.stuck_runs import NonFiniteTrainingError
 
 pytestmark = pytest.mark.once
@@ -153,13 +151,6 @@ def test_with_a_scale_that_cannot_fall_the_run_stops_soon_after_the_limit(scale)
     assert "the loss (nan); gradients of 'hidden/b', 'hidden/w', 'out/w'; batch entries 'x'. Look for NaN in" in text
 
 
-def test_a_batch_and_params_of_one_array_have_no_names():
-    step = make_train_step(lambda p, s, b, r: (jnp.mean(b * p), s), max_consecutive_skips=2)
-    state = TrainState.create(params=concrete.ones(2), tx=loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale()))
-    _, text = fails_within(step, state, concrete.full((3, 2), jnp.nan), 12)
-    assert "the loss (nan); the gradient; the batch. Look for NaN in" in text
-
-
 @pytest.mark.parametrize("scale", [jaxmp.HeadroomLossScale(loss_scale=2.0**10), DynamicLossScale(2.0**6, hysteresis=5)])
 def test_while_the_scale_can_fall_the_run_goes_on(scale):
     params, batch = problem()
@@ -199,17 +190,6 @@ def test_a_loop_around_a_step_that_cannot_raise_ends_a_stuck_run_itself(kind):
     if kind != "nnx":
         with pytest.raises(TypeError, match="call it outside, with the state that the step returned"):
             jax.jit(jaxmp.raise_if_stuck)(state)
-
-
-def test_a_stuck_run_needs_a_scale_that_cannot_fall():
-    tx = loss_scaling(optax.sgd(0.1), DynamicLossScale(8.0))
-    state = tx.init(concrete.ones(2))
-    for _ in range(2):
-        _, state = tx.update(concrete.full(2, jnp.nan), state, concrete.ones(2))
-    jaxmp.raise_if_stuck(state, max_consecutive_skips=2)
-    _, state = tx.update(concrete.full(2, jnp.nan), state, concrete.ones(2))
-    with pytest.raises(NonFiniteTrainingError, match="3 steps in a row were skipped, and the loss scale 1 cannot fall"):
-        jaxmp.raise_if_stuck(state, max_consecutive_skips=2)
 
 
 def test_the_lowest_loss_scale_is_tried_before_the_run_stops():
@@ -258,34 +238,6 @@ def test_a_run_stops_if_only_the_norm_of_the_gradients_is_not_finite():
     assert "not finite now: no gradient, so it must be the gradients' norm or the optimizer's updates. Look" in text
 
 
-def test_updates_that_are_not_finite_and_long_lists_of_params_are_reported():
-    step = make_train_step(lambda p, s, b, r: (sum(p), s), max_consecutive_skips=2)
-    tx = loss_scaling(optax.scale(jnp.inf), jaxmp.NoOpLossScale(), check_updates=True)
-    state = TrainState.create(params=(concrete.ones(()),) * 10, tx=tx)
-    assert "the gradients' norm or the optimizer's updates" in fails_within(step, state, 1.0, 9)[1]
-    step = make_train_step(lambda p, s, b, r: (sum(p) * jnp.nan, s), max_consecutive_skips=2)
-    state = TrainState.create(params=(concrete.ones(()),) * 10, tx=optax.sgd(0.1))
-    assert "gradients of '0', '1', '2', '3', '4', '5', '6', '7', …." in fails_within(step, state, 1.0, 9)[1]
-
-
-def test_two_runs_and_after_an_error_a_third_run_share_a_step():
-    _, batch = problem()
-    bad = {**batch, "x": batch["x"] * jnp.nan}
-    tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
-    step = make_train_step(train_loss, max_consecutive_skips=3)
-    first, second, third = (TrainState.create(params=problem(seed)[0], tx=tx) for seed in range(3))
-    alone, _ = make_train_step(train_loss, donate=False)(second, batch)
-    first, _ = step(first, batch)
-    second, _ = step(second, batch)
-    assert bits(second.params) == bits(alone.params)
-    assert fails_within(step, first, bad, 30)[0] is not None
-    for _ in range(2):
-        third, metrics = step(third, bad)
-    third, metrics = step(third, batch)
-    assert not metrics["skipped"] and third.skipped_steps == 2
-    assert compiled_once(step)
-
-
 def train_in_turn(step, states, batch, steps):
     """Train runs that take turns; return the number of the run that raises the error of a stuck run, and the error."""
     for n in range(steps):
@@ -322,25 +274,6 @@ def test_of_runs_that_take_turns_only_the_stuck_one_raises(api, count):
     assert train_in_turn(step, good, concrete.ones(3), 60) == (None, "")
 
 
-def test_effects_of_an_optimizer_happen_in_skipped_steps_too():
-    params, batch = problem()
-    norms_finite = []
-
-    def record_norm(updates, state, params=None):
-        jax.debug.callback(
-            lambda norm: norms_finite.append(bool(np.isfinite(norm))), jaxmp.base.trees.sum_of_squares(updates)
-        )
-        return updates, state
-
-    tx = optax.chain(optax.GradientTransformation(lambda params: (), record_norm), standard(optax.sgd(0.1)))
-    state = TrainState.create(params=params, tx=loss_scaling(tx, DynamicLossScale()))
-    step = make_train_step(train_loss, donate=False)
-    for step_batch in (batch, {**batch, "x": batch["x"] * jnp.nan}, batch):
-        state, _ = step(state, step_batch)
-    jax.effects_barrier()
-    assert norms_finite == [True, False, True] and state.skipped_steps == 1
-
-
 def test_an_example_of_a_vmap_skips_alone():
     params, batch = problem()
     state = TrainState.create(params=params, tx=loss_scaling(standard(optax.adam(1e-2)), DynamicLossScale()))
@@ -353,18 +286,6 @@ def test_an_example_of_a_vmap_skips_alone():
         wanted = jax.tree.leaves(contents(expected))
         for batched, leaf in zip(jax.tree.leaves(contents(both)), wanted, strict=True):
             np.testing.assert_allclose(batched[n], leaf, rtol=1e-6, atol=1e-7)
-
-
-def test_few_calls_wait_for_the_counters(monkeypatch):
-    reads, read = [], stuck_runs._read
-    monkeypatch.setattr(stuck_runs, "_read", lambda *args: reads.append(args) or read(*args))
-    params, batch = problem()
-    step = make_train_step(train_loss)
-    state = TrainState.create(params=params, tx=optax.sgd(0.1))
-    with jax.transfer_guard_device_to_host("disallow"):
-        for _ in range(200):
-            state, _ = step(state, batch)
-    assert 200 // 25 - 1 <= len(reads) <= 200 // 12
 
 
 @pytest.mark.parametrize(
@@ -397,18 +318,6 @@ def test_a_step_inside_another_transformation_leaves_nothing_behind():
     new, _ = step(state, batch)  # the count of the scanned run does not affect this run
     assert new.opt_state.consecutive_skipped == 0
     assert fails_within(step, scanned, {**batch, "x": batch["x"] * jnp.nan}, 30)[0] is not None
-
-
-def test_a_run_that_starts_after_one_that_was_stuck_goes_on():
-    params, batch = problem()
-    step = make_train_step(train_loss, max_consecutive_skips=3, donate=False)
-    tx = loss_scaling(optax.sgd(0.1), jaxmp.NoOpLossScale())
-    state = fresh_state = TrainState.create(params=params, tx=tx)
-    for _ in range(3):
-        state, metrics = step(state, {**batch, "x": batch["x"] * jnp.nan})
-    jax.block_until_ready(metrics)
-    new, metrics = step(fresh_state, batch)
-    assert not metrics["skipped"] and new.step == 1
 
 
 def test_a_run_whose_next_batch_is_finite_goes_on():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pickle
 import re
-import threading
 import warnings
 from typing import Any
 
@@ -18,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from error_tools import refused
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshes import mesh_of
@@ -55,16 +52,6 @@ def test_a_bare_optimizer_is_wrapped_so_that_it_skips_and_scales_nothing():
     assert bool(metrics["skipped"]) and metrics["loss_scale"] == 1 and same_bits(new.params, state.params)
 
 
-def test_a_state_has_its_next_loss_scale_and_its_count_of_skipped_steps():
-    params, batch = problem()
-    state = TrainState.create(params=params, tx=loss_scaling(standard(optax.sgd(0.1)), DynamicLossScale()))
-    assert (state.loss_scale, state.loss_scale.dtype, state.skipped_steps) == (2.0**15, jnp.float32, 0)
-    new, metrics = make_train_step(train_loss)(state, {**batch, "x": batch["x"] * jnp.nan})
-    assert (metrics["loss_scale"], new.loss_scale, new.skipped_steps) == (2.0**15, 2.0**14, 1)
-    assert TrainState.create(params=problem()[0], tx=optax.sgd(0.1)).loss_scale == 1
-    refused(lambda: state.loss_scale, RuntimeError, "'loss_scale' was donated to an earlier step")
-
-
 def test_a_subclass_may_have_fields_of_its_own():
     class WithCounts(TrainState):
         examples: Any = None
@@ -90,22 +77,6 @@ def test_an_optimizer_whose_state_holds_the_params_themselves_can_be_donated():
     )
     state, _ = make_train_step(loss, ema_decay=0.9)(state, batch)
     assert state.step == 1 and same_bits(state.params["hidden"]["b2"], concrete.zeros(4))
-
-
-def test_the_init_of_an_optimizer_needs_no_hash():
-    @dataclasses.dataclass
-    class Init:  # with __eq__, so without __hash__
-        optimizer: Any
-
-        def __call__(self, params):
-            return self.optimizer.init(params)
-
-    optimizer = optax.sgd(0.1)
-    tx = loss_scaling(optax.GradientTransformation(Init(optimizer), optimizer.update), DynamicLossScale())
-    params, _ = problem()
-    assert same_bits(TrainState.create(params=params, tx=tx).params, params)
-    with pytest.warns(UserWarning, match="updates below"):
-        TrainState.create(params=jax.tree.map(lambda param: param.astype(jnp.bfloat16), params), tx=tx)
 
 
 def test_states_of_weak_type_or_numpy_are_compiled_for_once():
@@ -220,26 +191,6 @@ def compilations():
     active[0] = False  # no public function removes a listener
 
 
-def test_sharded_params_and_batches_are_compiled_for_once_and_stay_where_they_are(compilations):
-    state, batch, single_state, single_batch = sharded_state("sharded")
-    step = make_train_step(train_loss, ema_decay=0.9, donate=False)
-    bad = {**batch, "x": batch["x"].at[3, 0].set(jnp.inf)}
-    compilations.clear()
-    first, _ = step(state, batch)
-    assert len(compilations) == 1
-    second, _ = step(first, bad)
-    third, _ = step(second, batch)
-    assert len(compilations) == 1
-    for name in ("params", "ema_params", "opt_state", "model_state", "step"):
-        for before, after in zip(*(jax.tree.leaves(getattr(s, name)) for s in (state, third)), strict=True):
-            assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
-    assert [float(s.data) for s in third.opt_state.loss_scale.loss_scale.addressable_shards] == [2.0**14] * 4
-    for step_batch in (single_batch, jax.device_get(bad), single_batch):
-        single_state, _ = step(single_state, step_batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-7), third.params, single_state.params)
-    assert third.skipped_steps == single_state.skipped_steps == 1
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_microbatches_of_a_sharded_batch_stay_where_they_are(kind):
     state, batch, single_state, single_batch = sharded_state("replicated", kind)
@@ -347,45 +298,6 @@ def test_a_state_on_one_device_moves_to_the_mesh_of_a_later_batch(compilations):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), third.params, again.params)
 
 
-def on_meshes_of(count):
-    """Yield a state and a batch for each of several meshes without common devices."""
-    params, batch = problem()
-    for n in range(count):
-        mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[2 * n : 2 * n + 2])
-        replicated, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("d",)))
-        yield TrainState.create(params=jax.device_put(params, replicated), tx=sgd()), jax.device_put(batch, split)
-
-
-def test_a_call_on_another_mesh_that_fails_changes_nothing_for_the_next():
-    (state, batch), (other, other_batch) = on_meshes_of(2)
-    step = make_train_step(train_loss)
-    state, _ = step(state, batch)
-    with pytest.raises(KeyError, match="y"):
-        step(other, {"x": other_batch["x"]})
-    state, _ = step(state, batch)
-    assert state.step == 2 and state.params["out"]["w"].sharding.device_set == {*jax.devices()[:2]}
-
-
-def test_threads_whose_states_lie_on_different_meshes_can_share_a_step():
-    (state, batch), (other, other_batch) = on_meshes_of(2)
-    step, ends = make_train_step(train_loss), []
-    place = step._place
-
-    def place_while_another_thread_takes_a_step(*args):
-        step._place, placed = place, place(*args)
-        thread = threading.Thread(target=lambda: ends.append(step(other, other_batch)[0]))
-        thread.start()
-        thread.join()
-        return placed
-
-    step._place = place_while_another_thread_takes_a_step
-    ends.append(step(state, batch)[0])
-    assert [leaf.params["out"]["w"].sharding.device_set for leaf in ends] == [
-        {*jax.devices()[2:]},
-        {*jax.devices()[:2]},
-    ]
-
-
 @pytest.mark.parametrize(("put", "device"), [("params", 1), ("state", 0), ("batch", 1)])
 def test_uncommitted_arrays_follow_committed_ones_and_one_program_is_compiled(put, device):
     params, batch = problem()
@@ -409,27 +321,6 @@ def test_a_step_on_a_mesh_also_runs_inside_another_transformation():
     new, _ = jax.lax.scan(step, state, jax.tree.map(lambda leaf: leaf[None], batch))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), new.params, expected.params)
     assert bits(step(state, batch)[0].params) == bits(expected.params)
-
-
-@pytest.mark.slow("Orbax writes it to a disk and reads it")
-def test_a_restored_state_goes_on_in_the_shardings_it_was_restored_to(tmp_path, compilations):
-    checkpoint = pytest.importorskip("orbax.checkpoint")
-    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
-    state, _, batch, _ = placed_problem(4, mesh, "sharded")
-    step = make_train_step(per_example, accumulate_steps=4, ema_decay=0.9)
-    state, _ = step(state.replace(rng=jax.device_put(jax.random.PRNGKey(0), state.step.sharding)), batch)
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", jax.tree.map(checkpoint.utils.to_shape_dtype_struct, state))
-    compilations.clear()
-    expected, _ = step(state, batch)
-    restored, _ = step(restored, batch)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(expected))
-    restored, _ = step(restored, batch)
-    assert not compilations and restored.step == 3
-    for leaf, other in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
-        assert leaf.sharding.is_equivalent_to(other.sharding, leaf.ndim)
 
 
 class WithTarget(TrainState):
@@ -467,12 +358,6 @@ def test_a_key_that_an_optimizer_holds_outlives_a_donating_step():
     step = make_train_step(lambda p, s, b, r: (jnp.sum(p**2), s))
     runs = [step(TrainState.create(params=concrete.ones(2), tx=tx), 1.0)[0].params for _ in range(2)]
     assert jnp.array_equal(*runs) and jax.random.key_data(key).shape == (2,)
-
-
-def test_an_unknown_field_raises_pythons_error():
-    for name in ("batch_stats", "loss_scale", "step"):
-        with pytest.raises(TypeError, match=name):
-            TrainState.create(params=concrete.ones(2), tx=optax.sgd(0.1), **{name: 1})
 
 
 @pytest.mark.parametrize("is_nnx", [False, True], ids=["Linen", "NNX"])

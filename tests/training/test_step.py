@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import typing
 import warnings
 
 import concrete
@@ -73,17 +72,6 @@ def test_a_loss_function_may_take_only_params_and_batch_and_return_only_the_loss
     assert make_eval_step(loss_fn)(states[2], batch)["loss"] == loss_fn(states[2].params, batch)
 
 
-@pytest.mark.once
-def test_a_loss_function_takes_four_arguments_also_if_some_have_defaults():
-    params, batch = problem()
-
-    def with_defaults(params, model_state, batch=None, rng=None):
-        return loss_fn(params, batch), model_state
-
-    metrics = jax.eval_shape(make_eval_step(with_defaults), fresh(params, DynamicLossScale()), batch)
-    assert metrics["loss"].shape == ()
-
-
 def test_steps_are_compiled_once_never_wait_and_reuse_the_memory_of_the_state():
     params, batch = problem()
     state = fresh(params, rng=0, ema=True, model_state={"n": concrete.zeros(())})
@@ -104,12 +92,6 @@ def test_steps_are_compiled_once_never_wait_and_reuse_the_memory_of_the_state():
     assert all(leaf.is_deleted() for leaf in arrays)
     assert (state.step, state.skipped_steps) == (10, 2) and state.model_state["n"] == 8
     assert metrics["own"] == 1
-
-
-def test_without_donation_the_old_state_can_still_be_used():
-    params, batch = problem()
-    state, step = fresh(params, rng=0), make_train_step(train_loss, donate=False)
-    assert same_bits(step(state, batch), step(state, batch))
 
 
 def test_arrays_that_are_also_in_the_batch_are_not_donated():
@@ -285,16 +267,6 @@ def test_the_options_of_the_compiler_reach_xla_for_the_step_only(place):
         train({"xla_no_such_option": 1})
 
 
-def test_an_evaluation_step_has_a_jitted_function_that_type_checkers_know():
-    evaluate = make_eval_step(train_loss)
-    kind = typing.get_type_hints(make_eval_step)["return"]
-    assert typing.get_type_hints(kind)["jitted"] is jax.stages.Wrapped and isinstance(evaluate, kind)
-    params, batch = problem()
-    state = fresh(params)
-    compiled = evaluate.jitted.lower(state, batch).compile()
-    assert jnp.array_equal(compiled(state, batch)["loss"], evaluate(state, batch)["loss"])
-
-
 def test_every_kind_of_remat_gives_the_same_gradients():
     params, batch = problem()
     expected = bits(make_train_step(train_loss, remat="none")(fresh(params), batch))
@@ -363,31 +335,6 @@ def test_the_metrics_are_the_true_loss_the_scale_used_and_the_users_own():
     assert set(metrics) == {"loss", "grad_norm", "loss_scale", "skipped", "accuracy", "per_class", "nested"}
     assert metrics["accuracy"] == metrics["loss"] * 2 and metrics["per_class"].dtype == jnp.int32
     assert metrics["skipped"].dtype == jnp.bool_ and metrics["loss_scale"].dtype == jnp.float32
-
-
-@pytest.mark.once
-def test_the_metrics_have_the_scale_of_every_kind_of_loss_scale():
-    params, batch = problem()
-    for scale in (jaxmp.NoOpLossScale(), jaxmp.HeadroomLossScale()):
-        expected = float(scale.loss_scale)
-        _, metrics = make_train_step(train_loss)(fresh(params, scale), batch)
-        assert metrics["loss_scale"] == expected and metrics["loss_scale"].dtype == jnp.float32
-
-
-@pytest.mark.once
-@pytest.mark.filterwarnings("ignore:updates below")  # of the half params
-def test_params_in_half_precision_stay_so_and_their_moments_are_float32():
-    params, batch = problem(dtype=jnp.float16)
-    tx = optax.sgd(0.1, momentum=0.9)
-    for wrapped in (loss_scaling(tx, DynamicLossScale(2.0**8)), tx):  # TrainState wraps a bare optimizer
-        state = TrainState.create(params=jax.tree.map(jnp.array, params), tx=wrapped)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # float16 products without a scale
-            state, metrics = make_train_step(train_loss, accumulate_steps=2)(state, batch)
-        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float16")}
-        moments = jax.tree.leaves(state.opt_state.inner_state)
-        assert {leaf.dtype for leaf in moments} == {jnp.dtype("float32")}
-        assert not metrics["skipped"] and not same_bits(state.params, params)
 
 
 @pytest.mark.once
@@ -556,17 +503,3 @@ def test_a_step_leaks_no_tracer(options, check_updates):
     state = TrainState.create(params=params, tx=tx)
     with jax.checking_leaks():
         jax.eval_shape(make_train_step(train_loss, **options).jitted, state, batch)
-
-
-def test_an_inner_optimizer_is_computed_once_though_its_updates_are_tested():
-    calls = []
-
-    def update(updates, state, params=None):
-        calls.append(updates)
-        return updates, state
-
-    inner = optax.GradientTransformation(lambda params: (), update)
-    params, batch = problem()
-    state = TrainState.create(params=params, tx=loss_scaling(inner, DynamicLossScale(), check_updates=True))
-    jax.eval_shape(make_train_step(train_loss).jitted, state, batch)
-    assert len(calls) == 1
